@@ -11,7 +11,7 @@ from typing import NoReturn
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import balance_stages
-from megatron.bcd.planner.state import ModelState
+from megatron.bcd.planner.state import ModelState, largest_rank
 from megatron.bcd.planner.tables import GIB
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 
@@ -83,7 +83,7 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
         planned = replace(planned, parameters=list_parameters(config))
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
     for stage, num_parameters in enumerate(planned.num_parameters):
-        state = max(planned.largest_rank(stage, block.index).model_state for block in partition.blocks)
+        state = max(largest_rank(planned, stage, block.index).model_state for block in partition.blocks)
         layers = partition.stage_layers(stage)
         numbers = [len({*layers}.intersection(block.layers)) for block in partition.blocks]
         by_block = ", ".join(f"{number} of block {block}" for block, number in enumerate(numbers))

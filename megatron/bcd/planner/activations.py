@@ -22,7 +22,7 @@ from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS, RunConfig
 from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import fp8_matrices, pass_products
-from megatron.bcd.planner.state import ModelState
+from megatron.bcd.planner.state import ModelState, largest_rank
 
 _MOST_ROUNDS = 4
 """Microbatches per stage after which the activations of an interleaved plan have reached their peak."""
@@ -343,7 +343,7 @@ class StageActivations:
     def least_recomputation(self, *, limit: float) -> Recomputed:
         """Return the least recomputation with which a rank's peak is at most ``limit`` bytes; all layers if none is."""
         matrices, core = pass_products(self.state.shape, sequence=self.config.model.seq_length)
-        rank = self.state.largest_rank(self.stage, self.block)
+        rank = largest_rank(self.state, self.stage, self.block)
 
         def fits(choice: Recomputed) -> bool:
             return replace(rank, activations=self.peak_bytes(choice) + self.message_bytes).total <= limit

@@ -49,11 +49,6 @@ class Finding:
         yours = f"yours: {_size(recipe.num_parameters)}, {recipe.step_tokens:,}"
         return f"{self.loss_text} beside full training's, measured at {self.place_text} ({self.runs}; {_PAGE}); {yours}"
 
-    @property
-    def always_reaches_full(self) -> bool:
-        """Whether every run reached full Adam's loss."""
-        return bool(self.loss) and max(self.loss) <= 0
-
 
 FINE_TUNING = {
     "full": Finding(rate=1),

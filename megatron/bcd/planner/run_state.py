@@ -14,7 +14,7 @@ from megatron.bcd.pipeline.cut import balanced_cut
 from megatron.bcd.pipeline.plan import PlanShape, phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
-from megatron.bcd.planner.state import ModelState, RankMemory
+from megatron.bcd.planner.state import ModelState, RankMemory, largest_rank, matrix_shares
 
 _MOST_LOGITS = 2**30
 """Bytes of the logits of a microbatch from which on they are not stored."""
@@ -144,11 +144,11 @@ class RunMemory:
     def rank(self, stage: int, block: int, *, choice: Recomputed, replica: int | None = None) -> RankMemory:
         """Return the memory of a rank of the stage with this recomputation; by default that with the most state."""
         state, activations = self.state, self.activations(stage, block)
-        rank = state.largest_rank(stage, block) if replica is None else state.rank(stage, block, replica)
+        rank = largest_rank(state, stage, block) if replica is None else state.rank(stage, block, replica)
         rank = replace(rank, communication=activations.message_bytes)
         if not state.config.is_breadth_first:
             return replace(rank, activations=activations.peak_bytes(choice))
-        share, none = state.share(stage, block, replica or 0), (0,) * len(state.chunks)
+        share, none = matrix_shares(state, stage, block)[replica or 0], (0,) * len(state.chunks)
         chunks = slice(stage, None, state.partition.num_stages)
         updates = (share.working_by_chunk or none)[chunks]
         if self.config.clips_by_chunk:  # updates are a separate pass, which has no activations

@@ -406,7 +406,7 @@ def compare(values: Values, *, tokens: float | None = None) -> list[Estimate]:
         )
 
     def order(each: Estimate) -> tuple[bool, bool, float]:
-        reaches_full_loss = each.cost.is_to_full_loss or finding(each.recipe).always_reaches_full
+        reaches_full_loss = each.cost.is_to_full_loss or max(finding(each.recipe).loss, default=1) <= 0
         return each.recipe.num_gpus != values["num_gpus"], not reaches_full_loss, each.cost.days
 
     return sorted(estimates, key=order)

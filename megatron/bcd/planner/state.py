@@ -273,7 +273,7 @@ class ModelState:
 
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:
         """Return the model state of one rank, excluding activations."""
-        buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
+        buffer, share = self.buffers[stage][block], matrix_shares(self, stage, block)[replica]
         stored, count = buffer.stored[replica], buffer.counts[replica]
         is_low_bit = self.config.training.adam_moments_dtype != "fp32"
         of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * count * (not is_low_bit)
@@ -288,14 +288,6 @@ class ModelState:
             optimizer=int(on_device * of_adam) + share.state,
             optimizer_work=max(int(on_device * adam_work), share.working),
         )
-
-    def largest_rank(self, stage: int, block: int) -> RankMemory:
-        """Return the rank of the stage with the most state."""
-        return _largest_rank(self, stage, block)
-
-    def share(self, stage: int, block: int, replica: int) -> MatrixShare:
-        """Return a rank's share of the matrices that are stepped in the block's phase."""
-        return _shares(self, stage, block)[replica] if self.config.has_matrix_optimizer else MatrixShare()
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -384,11 +376,15 @@ class ModelState:
 
 
 @lru_cache(maxsize=4096)  # a search needs them repeatedly
-def _shares(state: ModelState, stage: int, block: int) -> list[MatrixShare]:
+def matrix_shares(state: ModelState, stage: int, block: int) -> list[MatrixShare]:
+    """Return the ranks' shares of the matrices that are stepped in the block's phase."""
+    if not state.config.has_matrix_optimizer:
+        return [MatrixShare()] * state.num_replicas
     return [state.rank_share(stage, block, rank) for rank in range(state.num_replicas)]
 
 
 @lru_cache(maxsize=4096)
-def _largest_rank(state: ModelState, stage: int, block: int) -> RankMemory:
+def largest_rank(state: ModelState, stage: int, block: int) -> RankMemory:
+    """Return the rank of the stage with the most state."""
     ranks = (state.rank(stage, block, replica) for replica in range(state.num_replicas))
     return max(ranks, key=lambda rank: rank.model_state)

@@ -16,7 +16,7 @@ from megatron.bcd.pipeline.simulate import Timeline, Work, simulate
 from megatron.bcd.planner.cost import fp8_matrices, pass_products
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.state import ADAM_PASSES, MatrixShare
+from megatron.bcd.planner.state import ADAM_PASSES, MatrixShare, matrix_shares
 
 _SIMULATED_ROUNDS = 3
 """Number of simulated microbatches per stage. The time of the others is extrapolated."""
@@ -68,8 +68,7 @@ def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
 def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
     """Return the time of an iteration in the middle of the block's phase."""
     buffers = [by_block[block] for by_block in recipe.state.buffers]
-    ranks = range(len(buffers[0].stored))
-    shares = [[recipe.state.share(stage, block, rank) for rank in ranks] for stage in range(len(buffers))]
+    shares = [matrix_shares(recipe.state, stage, block) for stage in range(len(buffers))]
     steps = [
         _step_seconds(recipe, stored, share)
         for stage, buffer in enumerate(buffers)

@@ -16,15 +16,13 @@ import shutil
 from typing import Any
 
 import numpy
-import numpy.typing
 import torch
 
+from megatron.bcd.blocks.subsets import Indices
 from megatron.bcd.runtime import atomic_io, device
 
 _FILE_NAME = re.compile(r"prefix_[0-9a-f]{32}\.bin(\.incomplete)?")
 _NUMPY = {2: numpy.int16, 4: numpy.float32}  # numpy has no bf16, so use its bits
-
-Indices = numpy.typing.NDArray[numpy.int64]
 
 
 class PrefixFile:

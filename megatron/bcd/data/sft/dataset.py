@@ -15,15 +15,13 @@ import numpy
 import numpy.typing
 import torch
 
-from megatron.bcd.blocks.subsets import PhaseSubset
+from megatron.bcd.blocks.subsets import Indices, PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.sft.store import Files, Samples, collect, files_of, tokenize_files, tokenized_samples
 from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
-
-Indices = numpy.typing.NDArray[numpy.int64]
 
 
 def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
@@ -36,7 +34,7 @@ def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
     return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def divide_by_record(records: numpy.typing.NDArray[numpy.int64], shares: Sequence[float]) -> list[Indices]:
+def divide_by_record(records: Indices, shares: Sequence[float]) -> list[Indices]:
     """Divide samples as `divide` does, but keep those of one record adjacent and in one split.
 
     `records` [R, k] identifies the record of each sample. Samples of one record are consecutive.
