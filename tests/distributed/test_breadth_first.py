@@ -31,6 +31,8 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline_data": (4, PIPELINE | {"overlap_grad_reduce": True}),
     "pipeline_expert": (4, PIPELINE | worlds.EXPERT2),
 }
+ALONE = {"one", "tensor", "pipeline", "pipeline_tensor"}
+"""Layouts in which no other rank has the same weights."""
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "method": {
         "pretrain": {"bcd_preset": "pretrain"},
@@ -114,12 +116,14 @@ def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits(world1: World, world2: World, world4: World, tmp_path: Path, name: str) -> None:
-    """A breadth-first run and its checkpoint equal those in depth-first order bit for bit."""
+    """A breadth-first run and its checkpoint equal those in depth-first order bit for bit. Other replicas own a matrix, so
+    the parts of the norm, which is rounded, add up in another order."""
     case = dict(zip(("cut", *FACTORS), name.split("-"), strict=True))
     world = {1: world1, 2: world2, 4: world4}[CUTS[case["cut"]][0]]
     left, right = tmp_path / "depth", tmp_path / "breadth"
-    depth = world.run(resumed_runs.one_part, config_of(case, save=left))
-    breadth = world.run(resumed_runs.one_part, config_of(case, save=right, **breadth_first(case)))
+    train = resumed_runs.one_part if case["cut"] in ALONE else resumed_runs.with_rounded_norm
+    depth = world.run(train, config_of(case, save=left))
+    breadth = world.run(train, config_of(case, save=right, **breadth_first(case)))
     for expected, other in zip(depth, breadth, strict=True):
         assert other["iteration"] == 3 and (case["method"] == "finetune" or len(set(other["blocks"])) > 1)
         assert resumed_runs.differences(expected, [other]) == []

@@ -120,23 +120,31 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
     )
 
 
-def matrix_owners(sizes: Sequence[int], num_ranks: int, blocks: Sequence[Hashable]) -> list[int]:
+def sharing_group(owned: Ownership, passes: Partition | None, *, has_moments: bool) -> Hashable:
+    """Return the group of a matrix, of which every data-parallel rank should own the same number of elements.
+
+    Breadth-first order steps a chunk at once, a virtual stage of ``passes``. With ``has_moments`` a block has Adam's
+    moments, which take most memory, in its phases.
+    """
+    return owned.block if has_moments else None, owned.virtual_stage(passes) if passes else None
+
+
+def matrix_owners(sizes: Sequence[int], num_ranks: int, groups: Sequence[Hashable]) -> list[int]:
     """Return the data-parallel rank that steps each matrix of a stage.
 
-    The largest matrices are assigned first, each to the rank with the least of its block, of these to the least loaded
-    one: Adam's moments take most memory, in the phases of one block. `blocks` has the block of each matrix, with Muon
-    None.
+    The largest matrices are assigned first, each to the rank with the least of its `sharing_group`, of these to the
+    least loaded one.
     """
     load = [0] * num_ranks
-    by_block = dict[Hashable, list[int]]()
+    by_group = dict[Hashable, list[int]]()
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        of_block = by_block.setdefault(blocks[index], [0] * num_ranks)
-        least = min(of_block)
-        owner = min((rank for rank in range(num_ranks) if of_block[rank] == least), key=load.__getitem__)
+        of_group = by_group.setdefault(groups[index], [0] * num_ranks)
+        least = min(of_group)
+        owner = min((rank for rank in range(num_ranks) if of_group[rank] == least), key=load.__getitem__)
         owners[index] = owner
         load[owner] += sizes[index]
-        of_block[owner] += sizes[index]
+        of_group[owner] += sizes[index]
     return owners
 
 

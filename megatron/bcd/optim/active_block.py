@@ -45,10 +45,6 @@ class ActiveBlock:
         self._host_layers = get_host_layers(model)
         self.core = CoreOptimizer(model, config, self.parameters)
         self.offloaded = self.core.offloaded
-        self.matrices = build_matrix_optimizer(config, model, self.parameters)
-        if config.updates_streamed_layers:
-            owned = {matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner}
-            self._host_layers.owned = owned
         self.chunks: Sequence[range] = ()
         """The layers of each chunk of --bcd-schedule breadth-first, by their numbers on this stage."""
         self.passes = partition
@@ -56,6 +52,11 @@ class ActiveBlock:
         if config.is_breadth_first:
             self.passes = partition.in_passes(config.bcd.bcd_layers_per_pass)
             self.chunks = self.passes.chunks_on_stage(stage)
+        passes = self.passes if self.chunks else None
+        self.matrices = build_matrix_optimizer(config, model, self.parameters, passes)
+        if config.updates_streamed_layers:
+            owned = {matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner}
+            self._host_layers.owned = owned
         self.optimizers = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.outer_momenta: dict[str, torch.Tensor] = {}

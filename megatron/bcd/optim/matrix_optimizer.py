@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class MatrixOptimizer:
         matrices: parameter and layout of each matrix that some phase steps, by name.
         group: the ranks that hold the same weights, except experts of expert-parallel ranks.
         groups: the state of each matrix that checkpoints store (`Matrix.groups`).
+        sharing_groups: the group of each matrix whose elements the ranks share evenly (`matrix_owners`).
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
         moments_dtype: precision of momenta or of Adam's moments, on the device and in host memory.
@@ -72,6 +73,7 @@ class MatrixOptimizer:
         *,
         group: torch.distributed.ProcessGroup,
         groups: Mapping[str, Mapping[str, tuple[str, int | None]]] | None = None,
+        sharing_groups: Mapping[str, Hashable] | None = None,
         offloads_low_bits: bool = False,
         moments_dtype: torch.dtype = torch.float32,
         has_signed_squares: bool = False,
@@ -87,7 +89,7 @@ class MatrixOptimizer:
         self._is_last_microbatch, self._is_compiled = True, is_compiled
         self._stage_group, self._pipeline_group = stage_group, pipeline_group
         groups = groups or {name: {} for name in matrices}
-        owners = _owners({name: parameter for name, (parameter, _) in matrices.items()}, group, groups)
+        owners = _owners({name: parameter for name, (parameter, _) in matrices.items()}, group, sharing_groups or {})
         self.matrices = dict[str, Matrix]()
         for name, (parameter, layout) in matrices.items():
             ranks, owner = owners[name]
@@ -452,7 +454,7 @@ def _scale(stacks: Iterable[Stack], gradient_scale: float) -> None:
 def _owners(
     parameters: Mapping[str, torch.nn.Parameter],
     group: torch.distributed.ProcessGroup,
-    groups: Mapping[str, Mapping[str, tuple[str, int | None]]],
+    sharing_groups: Mapping[str, Hashable],
 ) -> dict[str, tuple[torch.distributed.ProcessGroup, int]]:
     """Return the ranks with the same values of each matrix, which are fewer for experts than `group`, and its owner."""
     by_group = dict[torch.distributed.ProcessGroup, list[str]]()
@@ -462,7 +464,6 @@ def _owners(
     result = dict[str, tuple[torch.distributed.ProcessGroup, int]]()
     for ranks, names in by_group.items():
         sizes = [parameters[name].numel() for name in names]
-        blocks = [groups[name][MOMENTS][1] if MOMENTS in groups[name] else None for name in names]
-        owners = matrix_owners(sizes, ranks.size(), blocks)
+        owners = matrix_owners(sizes, ranks.size(), [sharing_groups.get(name) for name in names])
         result |= {name: (ranks, owner) for name, owner in zip(names, owners, strict=True)}
     return result

@@ -20,7 +20,8 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.ownership import Ownership
+from megatron.bcd.blocks.ownership import Ownership, sharing_group
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.model.host_layers import LOW_BITS
@@ -161,8 +162,10 @@ def build_optimizer(
     return optimizer
 
 
-def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters: ParametersByBlock) -> MatrixOptimizer:
-    """Build the optimizer of this stage's matrices."""
+def build_matrix_optimizer(
+    config: RunConfig, model: torch.nn.Module, parameters: ParametersByBlock, passes: Partition | None
+) -> MatrixOptimizer:
+    """Build the optimizer of this stage's matrices. `passes` is what breadth-first order runs at once."""
     if not config.has_matrix_optimizer:
         return MatrixOptimizer({}, group=replicas.group(), is_used=False)
     model_config, settings = get_model_config(model), config.optimizer
@@ -188,6 +191,9 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
         {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
         group=replicas.group(),
         groups={name: _groups(config, parameters.ownership(name)) for name in matrices},
+        sharing_groups={
+            name: sharing_group(parameters.ownership(name), passes, has_moments=not config.is_muon) for name in matrices
+        },
         offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
         moments_dtype=DTYPES[config.bcd.muon_momentum_dtype if config.is_muon else config.training.adam_moments_dtype],
         has_signed_squares=_steps_adam_by_chunk(config),

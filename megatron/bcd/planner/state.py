@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress, product
 
-from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_owners, matrix_stacks
+from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_owners, matrix_stacks, sharing_group
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.measured import Parameters
@@ -247,13 +247,14 @@ class ModelState:
         return [self._with_owners([tensor for tensor in tensors if tensor.parts]) for tensors in self.tensors]
 
     def _with_owners(self, matrices: list[Tensor]) -> list[tuple[Tensor, list[int]]]:
+        passes = self.passes if self.config.is_breadth_first else None
         owners = dict[str, list[int]]()
         for are_experts in (False, True):
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
             places = self._experts_place if are_experts else range(self.num_replicas)
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
-            blocks = [None if self.config.is_muon else each.owned.block for each in some]
-            numbers = matrix_owners([each.size for each in some], num_owners, blocks)
+            groups = [sharing_group(each.owned, passes, has_moments=not self.config.is_muon) for each in some]
+            numbers = matrix_owners([each.size for each in some], num_owners, groups)
             for tensor, owner in zip(some, numbers, strict=True):
                 owners[tensor.name] = [rank for rank, place in enumerate(places) if place == owner]
         return [(tensor, owners[tensor.name]) for tensor in matrices]
