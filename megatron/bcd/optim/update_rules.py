@@ -119,9 +119,8 @@ def orthogonalize(
         norm = layout.all_reduce(norm.square()).sqrt()
     short, long = (columns, rows) if is_transposed else (rows, columns)  # a slice may have them swapped
     uses_gram = layout.is_gram_iterated and long >= GRAM_RATIO * short
-    dtype = torch.float16 if uses_gram else torch.bfloat16
-    divide = compiled(_divided) if is_compiled else _divided
-    matrix = divide(matrix, norm.clamp_(min=_SMALLEST), dtype if matrix.is_cuda else torch.float32)
+    dtype = (torch.float16 if uses_gram else torch.bfloat16) if matrix.is_cuda else torch.float32
+    matrix = torch.div(matrix, norm.clamp_(min=_SMALLEST), out=torch.empty_like(matrix, dtype=dtype))
     if is_transposed:
         matrix = matrix.mT
     a, b, c = _QUINTIC
@@ -139,10 +138,6 @@ def orthogonalize(
         matrix = matrix.mT
     matrix = matrix.mul_(math.sqrt(max(rows, columns))).view_as(gradient_MN)
     return matrix if is_compiled else matrix.to(gradient_MN.dtype)
-
-
-def _divided(matrix_KMN: torch.Tensor, norm_K11: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (matrix_KMN / norm_K11).to(dtype)
 
 
 def _product_of_steps(gram_KMM: torch.Tensor, num_steps: int) -> torch.Tensor:
@@ -222,7 +217,8 @@ def factored_scales(
     squares_KP = run(_direction_squares)(gradient_KMN, row_scales_KM, column_scales_KPN, sizes, rows)
     if layout.sharded_dim is not None:
         layout.all_reduce(squares_KP).div_(layout.num_slices)
-    run(_limit)(column_scales_KPN, squares_KP)
+    limit = compiled(_limit, has_dynamic_shapes=True) if is_compiled else _limit
+    limit(column_scales_KPN, squares_KP)
     return row_scales_KM, column_scales_KPN
 
 
@@ -243,13 +239,12 @@ def _scales(
     gradient_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the means and return the inverse roots of second moments: of rows, [K, M], and columns, [K, P, N]."""
-    rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, row_squares_KM.shape[1], len(sizes))
-    before = None if is_skipped is None else factors_KF[:, :-1].clone()
+    # not in place: the compiler makes twice as much code of updated slices
+    rows_KM, columns_KPN, _ = split_factors(factors_KF * FACTORED_DECAY, row_squares_KM.shape[1], len(sizes))
     new = (1 - FACTORED_DECAY) * gradient_scale**2
-    factors_KF[:, :-1].mul_(FACTORED_DECAY)
-    rows_KM.add_(row_squares_KM, alpha=new / (columns_KPN.shape[2] * num_slices[1]))
-    columns_KPN.add_(column_squares_KPN, alpha=new / num_slices[0])
-    steps_K1.add_(1)
+    rows_KM = rows_KM.add(row_squares_KM, alpha=new / (columns_KPN.shape[2] * num_slices[1]))
+    columns_KPN = columns_KPN.add(column_squares_KPN, alpha=new / num_slices[0])
+    steps_K1 = factors_KF[:, -1:].add_(1)
     correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
     # the mean of a matrix is the mean of its row means, and also of its column means; a rank has all of one kind
     mean_KP = rows_KM.mean(1, keepdim=True) if sharded_dim == 1 else columns_KPN.mean(2)
@@ -259,8 +254,8 @@ def _scales(
     relative = rows_KM.unflatten(1, (-1, sum(sizes))) / mean_KP.clamp(min=_SMALLEST_SQUARE)[:, None]
     row_scales_KM = relative.clamp_(min=_SMALLEST_SQUARE).rsqrt_().flatten(1)
     column_scales_KPN = (columns_KPN / correction_K1[..., None]).clamp_(min=_SMALLEST_SQUARE).rsqrt_()
-    if is_skipped is not None:
-        factors_KF[:, :-1].copy_(torch.where(is_skipped, before, factors_KF[:, :-1]))
+    before, means = factors_KF[:, :-1], torch.cat((rows_KM, columns_KPN.flatten(1)), dim=1)
+    before.copy_(means if is_skipped is None else torch.where(is_skipped, before, means))
     return row_scales_KM, column_scales_KPN
 
 
