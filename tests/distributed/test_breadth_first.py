@@ -116,8 +116,8 @@ def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits(world1: World, world2: World, world4: World, tmp_path: Path, name: str) -> None:
-    """A breadth-first run and its checkpoint equal those in depth-first order bit for bit. Other replicas own a matrix, so
-    the parts of the norm, which is rounded, add up in another order."""
+    """A breadth-first run and its checkpoint equal those in depth-first order bit for bit. Norms are rounded where
+    other replicas own a matrix, because their parts add up in another order."""
     case = dict(zip(("cut", *FACTORS), name.split("-"), strict=True))
     world = {1: world1, 2: world2, 4: world4}[CUTS[case["cut"]][0]]
     left, right = tmp_path / "depth", tmp_path / "breadth"

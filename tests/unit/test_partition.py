@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from support.command_line import parse
 
-from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.ownership import matrix_owners, ownership, sharing_group
 from megatron.bcd.blocks.partition import Partition, divide, divide_into_chunks, partition, partition_from_config
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.model.implementation import Implementation
@@ -400,3 +400,19 @@ def test_the_core_of_attention_is_cheaper_or_not(core_share: float, expected: st
     """Attention alone is recomputed only if that is less work than whole layers."""
     choice = least_recomputation((5,), lambda one: one != Recomputed(), core_share=core_share)
     assert choice.granularity == expected
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_share_each_chunk(num_ranks: int) -> None:
+    """Ranks own the same number of elements in all, and in breadth-first order the best shares of each layer."""
+    cut = partition(num_layers=8, num_stages=1, num_blocks=1, layout="spread", tied=True)
+    sizes = {"self_attention.linear_qkv": 3, "self_attention.linear_proj": 1, "mlp.linear_fc1": 4, "mlp.linear_fc2": 4}
+    names = [f"decoder.layers.{layer}.{name}.weight" for layer in range(8) for name in sizes]
+    for passes in (cut.in_passes(1), None):
+        groups = [sharing_group(ownership(name, partition=cut, stage=0), passes, has_moments=False) for name in names]
+        owners = matrix_owners([*sizes.values()] * 8, num_ranks, groups)
+        loads = [[0] * num_ranks for _ in range(8)]
+        for index, owner in enumerate(owners):
+            loads[index // len(sizes)][owner] += [*sizes.values()][index % len(sizes)]
+        assert {*map(sum, zip(*loads, strict=True))} == {12 * 8 // num_ranks}
+        assert passes is None or all(max(load) == (7 if num_ranks == 2 else 4) for load in loads)

@@ -3,8 +3,9 @@
 `Bf16Residual`, in host memory, is for Megatron Core's main parameters, whose weights round halves to even. Read as
 integers, the bits of the main parameter differ from those of the weight (shifted to the upper half) by -0x8000 to
 +0x8000. These are 65,537 values, and all except the last fit 16 bits. The difference is +0x8000 if the main parameter
-is halfway between two weights and the even weight is the lower one. These elements are exceptions, and so are elements
-whose weight is not their rounding (NaN loses its payload). Exceptions are stored with all bits and their index.
+is halfway between two weights and the even weight is the lower one. For example, 0x3f808000 rounds to 0x3f80, and so
+does 0x3f7f8000 from the other side. These elements are exceptions, and so are elements whose weight is not their
+rounding (NaN loses its payload). Exceptions are stored with all bits and their index.
 
 `join` and `split`, on the device, are for weights that round halves away from zero. Then the bits differ by -0x8000 to
 +0x7fff, which fits without exceptions. Values must be finite.

@@ -35,7 +35,9 @@ class BlockCoordinate(Optimizer):
     ``param_groups`` are those of the wrapped optimizer over all parameters, and remain the same objects in every phase.
     Learning-rate schedulers, ``GradScaler``, Accelerate and transformers' ``Trainer`` therefore see an ordinary
     optimizer. A frozen parameter has ``requires_grad`` False and neither gradient nor state, so optimizers skip it. The
-    constructor freezes all of ``model`` except its first active block. See docs/pytorch.md.
+    constructor freezes all of ``model`` except its first active block. A step is one call of ``step``, after any number
+    of backward passes. With several processes, wrap the model in ``DistributedDataParallel`` before or after, or apply
+    FSDP2's ``fully_shard`` before. See docs/pytorch.md.
 
     Args:
         model: the model. Parameters that do not require a gradient belong to no block.
