@@ -239,12 +239,13 @@ def _scales(
     gradient_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the means and return the inverse roots of second moments: of rows, [K, M], and columns, [K, P, N]."""
-    # not in place: the compiler makes twice as much code of updated slices
-    rows_KM, columns_KPN, _ = split_factors(factors_KF * FACTORED_DECAY, row_squares_KM.shape[1], len(sizes))
+    rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, row_squares_KM.shape[1], len(sizes))
+    before = None if is_skipped is None else factors_KF[:, :-1].clone()
     new = (1 - FACTORED_DECAY) * gradient_scale**2
-    rows_KM = rows_KM.add(row_squares_KM, alpha=new / (columns_KPN.shape[2] * num_slices[1]))
-    columns_KPN = columns_KPN.add(column_squares_KPN, alpha=new / num_slices[0])
-    steps_K1 = factors_KF[:, -1:].add_(1)
+    factors_KF[:, :-1].mul_(FACTORED_DECAY)
+    rows_KM.add_(row_squares_KM, alpha=new / (columns_KPN.shape[2] * num_slices[1]))
+    columns_KPN.add_(column_squares_KPN, alpha=new / num_slices[0])
+    steps_K1.add_(1)
     correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
     # the mean of a matrix is the mean of its row means, and also of its column means; a rank has all of one kind
     mean_KP = rows_KM.mean(1, keepdim=True) if sharded_dim == 1 else columns_KPN.mean(2)
@@ -254,8 +255,8 @@ def _scales(
     relative = rows_KM.unflatten(1, (-1, sum(sizes))) / mean_KP.clamp(min=_SMALLEST_SQUARE)[:, None]
     row_scales_KM = relative.clamp_(min=_SMALLEST_SQUARE).rsqrt_().flatten(1)
     column_scales_KPN = (columns_KPN / correction_K1[..., None]).clamp_(min=_SMALLEST_SQUARE).rsqrt_()
-    before, means = factors_KF[:, :-1], torch.cat((rows_KM, columns_KPN.flatten(1)), dim=1)
-    before.copy_(means if is_skipped is None else torch.where(is_skipped, before, means))
+    if is_skipped is not None:
+        factors_KF[:, :-1].copy_(torch.where(is_skipped, before, factors_KF[:, :-1]))
     return row_scales_KM, column_scales_KPN
 
 
