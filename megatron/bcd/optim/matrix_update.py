@@ -40,8 +40,10 @@ def update_stack(
         stack.gradient.masked_fill_(is_skipped, 0.0)
     decay: Any = 1.0 - group["lr"] * group["weight_decay"]
     rate = group["lr"] * rule.scale
-    clip = on_device(clip_coefficient) if is_compiled else None if clip_coefficient >= 1.0 else clip_coefficient
-    update = None if is_factored else _orthogonal(stack, clip, is_compiled=is_compiled)
+    update = None
+    if not is_factored:
+        clip = on_device(clip_coefficient) if is_compiled else None if clip_coefficient >= 1.0 else clip_coefficient
+        update = _orthogonal(stack, clip, is_compiled=is_compiled)
     weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
     bits = join(low_bits) if low_bits else None
     means = join(factors) if is_factored else None
