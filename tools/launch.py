@@ -8,6 +8,7 @@ Takes torchrun's flags. The exit code is that of the first rank that failed, or 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from torch.distributed import run
@@ -21,7 +22,11 @@ def main() -> int:
     # the run's summary says how many threads it has
     logging.getLogger("torch.distributed.run").addFilter(lambda record: "OMP_NUM_THREADS" not in record.msg)
     try:
-        run.run(run.parse_args(sys.argv[1:]))
+        arguments = run.parse_args(sys.argv[1:])
+        if not (arguments.module or arguments.no_python or os.path.isfile(arguments.training_script)):
+            print(f"launch.py: error: {arguments.training_script}: there is no such file", file=sys.stderr)
+            return 2
+        run.run(arguments)
     except KeyboardInterrupt:  # before the agent has handlers
         return 130
     except SignalException as stopped:

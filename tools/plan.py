@@ -408,8 +408,8 @@ def what_to_take(recipe: Recipe, estimates: Sequence[Estimate]) -> list[str]:
     everywhere (README, Which method for whom) are none."""
     lines = []
     for purpose, methods, figure in (
-        ("the least money to a loss, from scratch", ("muon",), lambda each: each.cost.gpu_hours),
-        ("the least memory", ("muon", "pretrain"), lambda each: each.peak.total),
+        ("the lowest loss for the money, from scratch", ("muon",), lambda each: each.cost.gpu_hours),
+        ("the least memory in as many steps", ("muon", "pretrain"), lambda each: each.peak.total),
         ("reproducing the paper", ("bcd",), lambda each: each.cost.gpu_hours),
     ):
         rows = [each for each in estimates if each.recipe.method in methods] if recipe.task == "pretrain" else []
@@ -417,9 +417,9 @@ def what_to_take(recipe: Recipe, estimates: Sequence[Estimate]) -> list[str]:
         if rows:
             best: Estimate = min(rows, key=figure)
             flags = {"method": "muon"} if best.recipe.method == "muon" else {"bcd_preset": best.recipe.name}
-            flags |= {"bcd_layers_on": "host"} if best.recipe.is_streamed else {}
             momentum = best.recipe.config.bcd.muon_momentum_dtype
-            flags |= {"muon_momentum_dtype": momentum} if momentum == "int8" else {}
+            if best.recipe.is_streamed:
+                flags |= {"bcd_layers_on": "host", "muon_momentum_dtype": momentum, "adam_moments_dtype": "int8"}
             words = " ".join(words_of(flags | {"num_gpus": best.recipe.num_gpus}))
             lines.append(f"for {purpose}: {words}, {price(best)}, {best.peak.total / GIB:.1f} GiB")
             if best.recipe.method == "muon" and momentum != "int8":

@@ -192,6 +192,16 @@ def test_compiled(world1: World, text_data: str, tmp_path: Path) -> None:
     assert result["losses"] == pytest.approx(eager["losses"], rel=1e-5)
 
 
+def test_bf16(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A fine-tuning run in bf16 follows the one in fp32."""
+    source = decoders.write_model("gemma3_text", tmp_path / "given")
+    flags = {"bcd_preset": "finetune", "bcd_num_blocks": 2, "train_iters": 20, "lr": 1e-2}
+    exact, rounded = (world1.run(trained, run_of(source, text_data, **flags, bf16=bf16))[0] for bf16 in (False, True))
+    assert {each.dtype for each in rounded["weights"].values()} == {torch.bfloat16}
+    assert rounded["losses"] == pytest.approx(exact["losses"], rel=0.02)
+    assert exact["losses"][-1] < exact["losses"][0] - 0.3
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[] if each == "gemma3" else [pytest.mark.long]) for each in decoders.MULTIMODAL]
 )

@@ -247,7 +247,7 @@ def test_checkpoint_of_a_removed_network(name: str, value: Any) -> None:
     """A checkpoint of layers that only transformers has now is refused by name, for every use of its weights."""
     flags = run_config_to_dict(parse())
     flags["transformer"][name] = value
-    problem = f"is of another network .*--{name.replace('_', '-')} .*, here not given"
+    problem = f"is of another network or optimizer .*--{name.replace('_', '-')} .*, here not given"
     with pytest.raises(ValueError, match=problem):
         check_same_network(flags, parse(), source="run_state.json")
     with pytest.raises(ValueError, match=problem):
@@ -274,9 +274,9 @@ def test_weights_of_another_network_are_refused(words: str, flag: str) -> None:
     with_flag = parse(*words.split(), *flag.split())
     for saved, now in ((without, with_flag), (with_flag, without)):
         flags = run_config_to_dict(saved)
-        with pytest.raises(ValueError, match=f"is of another network .*{name} "):
+        with pytest.raises(ValueError, match=f"is of another network or optimizer .*{name} "):
             check_same_weights(state_of(flags), now, source="run_state.json")
-        with pytest.raises(ValueError, match=f"is of another network .*{name} "):
+        with pytest.raises(ValueError, match=f"is of another network or optimizer .*{name} "):
             check_same_network(flags, now, source="run_state.json")
         check_same_weights(state_of(flags), saved, source="run_state.json")
 

@@ -197,7 +197,7 @@ def test_comparisons_end_with_what_to_take(capsys: pytest.CaptureFixture[str]) -
         best = min((row for row in given if row["recipe"]["method"] in methods), key=figure)
         shown = f"${money(best):,.0f}, {memory(best) / 2**30:.1f} GiB"
         assert "--num-gpus 2, " in line and shown in line, (line, shown)
-    assert lines[0].startswith("for the least money to a loss, from scratch: --method muon ")
+    assert lines[0].startswith("for the lowest loss for the money, from scratch: --method muon ")
     assert lines[0].endswith("--muon-momentum-dtype int8") and "--bcd-preset paper" in lines[2]
     assert "what to take" not in output(capsys, *flags, "--search")
 

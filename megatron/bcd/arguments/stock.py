@@ -143,7 +143,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "multiples of 64"
     },
     "num_query_groups": {"help": "key-value heads, with --group-query-attention"},
-    "clip_grad": {"help": "clip the active block's gradient to this norm; 0 never clips"},
+    "clip_grad": {"help": "clip the active block's gradient, except matrices of an int8 momentum; 0 never clips"},
     "optimizer_cpu_offload": {
         "help": "baseline of full training: optimizer and its state in host memory (needs --bcd-num-blocks 1, a GPU)"
     },

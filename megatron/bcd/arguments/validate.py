@@ -364,6 +364,8 @@ def _check_breadth_first(run: Run) -> Iterator[str]:
         if run.bcd_layers_on != "device":
             yield f"--bcd-schedule {run.bcd_schedule}: {place} needs {schedule}. Leave it out."
         return
+    if run.bcd_layers_on != "device" and run.bcd_layout == "stage":
+        yield f"{place}: is not supported by --bcd-layout stage. Give --bcd-layout spread or strided."
     if run.bcd_layers_on != "device" and run.bcd_num_blocks == 1 and not run.bcd_head_phase:
         for other in ("--fp16", "--lighthouse"):
             if holds(vars(run), other):

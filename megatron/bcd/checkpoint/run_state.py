@@ -172,8 +172,8 @@ def check_same_network(
     ]
     if differing:
         raise ValueError(
-            f"{source} is of another network ({'; '.join(differing)}): give the flags of the run that saved it, or "
-            "--use-checkpoint-args"
+            f"{source} is of another network or optimizer ({'; '.join(differing)}): give the flags of the run that "
+            "saved it, those of the network by --use-checkpoint-args, or --finetune for the weights alone"
         )
 
 

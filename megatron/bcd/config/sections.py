@@ -151,7 +151,7 @@ class BcdConfig:
     )
     bcd_layers_on: str = option(
         "device",
-        "where inactive layers are: host = in host memory, auto = those that do not fit (docs/layers_on_host.md)",
+        "where inactive layers, or those of a single block, are: host = in host memory, auto = those that do not fit",
         choices=("device", "host", "auto"),
     )
     bcd_resident_layers: int = option(0, "with --bcd-layers-on host: N more buffers for layers on the device")
@@ -161,7 +161,7 @@ class BcdConfig:
         "head. Default none; with --bcd-inactive-update all of them",
     )
     bcd_frozen: str = option(
-        "none", "parameters that no phase trains: none, or a comma-separated list of embedding, head, norms"
+        "none", "parameters that no phase trains: none, or a list of embedding (with a tied head), head, norms"
     )
     bcd_head_phase: bool = option(False, "the final norm and an untied output head are a separate block, the last one")
     bcd_inactive_update: str = option(
@@ -174,13 +174,13 @@ class BcdConfig:
     )
     bcd_embedding_update: str = option(
         "adam",
-        "update of the word embedding and an untied head that --bcd-always-active names",
+        "update of the word embedding and an untied head that --bcd-always-active names; factored: almost no state",
         choices=("adam", "factored"),
     )
     bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of inactive updates", choices=BF16_OR_FP32)
     muon_momentum_dtype: str = option(
         "fp32",
-        "precision of Muon's momentum; int8: 8-bit codes with an fp32 scale per 256 elements",
+        "precision of Muon's momentum; int8: 8-bit codes, an fp32 scale per 256 elements, unclipped gradients",
         choices=("fp32", "bf16", "int8"),
         group=OPTIMIZER,
     )
@@ -198,7 +198,7 @@ class BcdConfig:
         range=SHARE,
     )
     bcd_prefix_cache: str | None = option(
-        None, "folder, on a disk that all ranks share, for the outputs of the layers before the active block"
+        None, "with --bcd-sample-ratio: folder that all ranks share, for outputs of layers before the active block"
     )
     bcd_schedule: str | None = option(
         None,

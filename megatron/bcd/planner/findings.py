@@ -83,7 +83,7 @@ FINE_TUNING = {
         model="11 M parameters, one rate",
     ),
 }
-"""The results of --task sft. Source: docs/fine_tuning.md, Side by side."""
+"""The results of --task sft. Sources: studies/fine_tuning.md; docs/fine_tuning.md, Side by side."""
 LARGE_STEP = 2048
 """Tokens a step from which LARGE_STEPS count."""
 LARGE_STEPS = {

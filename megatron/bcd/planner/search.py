@@ -342,8 +342,6 @@ def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:
         return dict.fromkeys(BLOCK_FLAGS) | {"method": "finetune", "bcd_inactive_update": WHOLE[method]}
     if method in STREAMED:
         streamed: _Changes = {"bcd_layers_on": "host", "bcd_schedule": "breadth-first", "adam_moments_dtype": "int8"}
-        if STREAMED[method] == "muon":
-            streamed["muon_momentum_dtype"] = "int8"
         return dict.fromkeys(BLOCK_FLAGS) | streamed | {"method": STREAMED[method]}
     keeps_blocks = keeps_blocks and method in PRESET_OF
     changes: _Changes = dict.fromkeys(("bcd_inactive_update",) if keeps_blocks else BLOCK_FLAGS)
@@ -389,6 +387,8 @@ def compare(values: Values, *, tokens: float | None = None) -> list[Estimate]:
     estimates: list[Estimate] = []
     for method in COMPARED[values["task"]]:
         request = {**values, **_changes_to(method, keeps_blocks=True)}
+        if method == "muon, streamed" and values["task"] == "pretrain":  # fine-tuned losses are those of bf16
+            request["muon_momentum_dtype"] = values.get("muon_momentum_dtype") or "int8"
         if first_allowed(request).fault:
             continue
         best = search(request, tokens=tokens)[:1]

@@ -275,7 +275,8 @@ def _pipeline_notes(run: ResolvedRun) -> Iterator[str]:
         yield f"breadth-first in {chunks} chunks, whose inputs wait in memory of the {config.bcd.bcd_saved_inputs}"
         shape = run.memory.schedule_shape(0)
         kept, on_host = len(kept_passes(shape, 0)), len(host_passes(shape, 0))
-        yield f"activations of {kept} passes wait on the device, of {on_host} in host memory; others are recomputed"
+        if kept or on_host:
+            yield f"activations of {kept} passes wait on the device, of {on_host} in host memory; others are recomputed"
     if config.bcd.bcd_layers_on == "host":
         layers = "layers" + " outside the block" * (not config.steps_block_by_chunk)
         layers += " and embedding" * config.has_embedding_on_host
@@ -300,6 +301,9 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
         chunks = f"{partition.num_chunks} chunks of the model on every stage"
         return f"{schedule}: {chunks}, forward-only ones by block {_listed(forward_only)}"
     forward_only = [partition.first_trainable_stage(block) for block in blocks]
+    if not any(forward_only):
+        reason = "every block begins on the first" if partition.has_prefix else "the first is always trained"
+        return f"{schedule}: no stage runs forward only ({reason})"
     ahead = [phase_shape(partition, block, num_microbatches=1).microbatches_ahead for block in blocks]
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
