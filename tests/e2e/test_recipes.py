@@ -67,7 +67,7 @@ def stub(tmp_path: Path) -> Path:
     (distributed / "__init__.py").touch()
     (distributed / "run.py").write_text(
         "import json, signal\n"
-        "parse_args = list\n"
+        "class parse_args(list): module = True\n"
         "def run(words):\n"
         "    ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN\n"
         "    print(json.dumps({'words': words, 'ignores USR1': ignored}))\n"
