@@ -203,6 +203,9 @@ def factored_scales(
     """
     run: Callable[..., Any] = compiled if is_compiled else lambda function: function
     sizes = layout.parts or (gradient_KMN.shape[1],)
+    rows = [slice(None)] if is_compiled else rows_at_once(gradient_KMN, layout)
+    if not is_compiled and len(rows) == 1:
+        gradient_KMN = gradient_KMN.float()  # once, and not in each of the kernels
     row_squares_KM, column_squares_KPN = run(_squares)(gradient_KMN, sizes)
     num_slices = [1, 1]
     if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
@@ -213,7 +216,6 @@ def factored_scales(
         factors_KF, row_squares_KM, column_squares_KPN, is_skipped, sizes, layout.sharded_dim, (*num_slices,),
         gradient_scale,
     )  # fmt: skip
-    rows = [slice(None)] if is_compiled else rows_at_once(gradient_KMN, layout)
     squares_KP = run(_direction_squares)(gradient_KMN, row_scales_KM, column_scales_KPN, sizes, rows)
     if layout.sharded_dim is not None:
         layout.all_reduce(squares_KP).div_(layout.num_slices)
