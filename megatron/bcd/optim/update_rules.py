@@ -204,8 +204,8 @@ def factored_scales(
     run: Callable[..., Any] = compiled if is_compiled else lambda function: function
     sizes = layout.parts or (gradient_KMN.shape[1],)
     rows = [slice(None)] if is_compiled else rows_at_once(gradient_KMN, layout)
-    if not is_compiled and len(rows) == 1:
-        gradient_KMN = gradient_KMN.float()  # once, and not in each of the kernels
+    if not is_compiled and len(rows) == 1 and not gradient_KMN.is_cuda:
+        gradient_KMN = gradient_KMN.float()  # a CPU's kernels would convert it each time
     row_squares_KM, column_squares_KPN = run(_squares)(gradient_KMN, sizes)
     num_slices = [1, 1]
     if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
