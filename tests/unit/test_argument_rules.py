@@ -56,6 +56,7 @@ BAD_RUNS = {
 --bcd-inactive-update orthogonal --bcd-num-blocks 1
 --bcd-layers-on auto --bcd-inactive-update orthogonal --bcd-schedule bcd
 --bcd-layers-on host --bcd-num-blocks 1 --bcd-schedule bcd
+--bcd-layers-on host --bcd-layout stage
 --optimizer-cpu-offload --bcd-layers-on host --bcd-num-blocks 1
 --bcd-layers-on host --bcd-schedule stock
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --bcd-schedule breadth-first

@@ -4,10 +4,11 @@ In a run with an inactive update, Muon or updates by chunk these are all matrice
 embedding and an untied head with --bcd-embedding-update factored. Megatron Core's optimizer steps the rest. In other
 runs it steps all parameters.
 
-Each matrix has an owner among the ranks with the same weights (docs/update_rules.md, Parallelism), so a switch moves no
-state between ranks. With `--bcd-schedule breadth-first` the rules with `is_by_chunk` step chunk by chunk: a chunk has
-gradients only between `open_chunk` and `step_chunk`. If they are clipped, `step_chunk` keeps those of the block in host
-memory, and `step_kept_chunk` steps the chunk when the norm is known.
+Each matrix has an owner among the ranks with the same weights, which alone has its state (docs/update_rules.md,
+Parallelism). Owners never change, so a switch moves no state between ranks. With `--bcd-schedule breadth-first` the
+rules with `is_by_chunk` step chunk by chunk: a chunk has gradients only between `open_chunk` and `step_chunk`. If they
+are clipped, `step_chunk` keeps those of the block in host memory, and `step_kept_chunk` steps the chunk when the norm
+is known.
 """
 
 from __future__ import annotations
