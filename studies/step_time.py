@@ -23,7 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from _parser import Parser, check_positive, command, run_main
-from _processes import SCRIPTS, run
+from _processes import SCRIPTS, CannotRun, run
 
 PROG = "studies/step_time.py"
 BATCH, SEQUENCE, VOCABULARY = 2, 256, 1024
@@ -119,7 +119,10 @@ def main(argv: list[str]) -> None:
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(options.rounds):
             for name, words in ways.items():
-                times[name].append(step_seconds(words, Path(folder, "log")))
+                try:
+                    times[name].append(step_seconds(words, Path(folder, "log")))
+                except CannotRun as error:
+                    raise ValueError(f"{name}: {error}") from None
             text = ", ".join(f"{name} {seconds[-1]:.3f} s" for name, seconds in times.items())
             print(f"round {number + 1}: {text}", flush=True)
     first, *others = times
